@@ -360,23 +360,6 @@ def behind_stores() -> Facts:
     return {"loaded": mini.manager.stats.loaded}
 
 
-def behind_a_long_load() -> Facts:
-    """Where nothing runs, a request without a hit computes while a long load crosses."""
-    mini = Mini(blocks=60, late=3, ranks=FakeRanks(10.0))
-    mini.only_in_cpu(prompt(6, seed=1))
-    hit, fresh = mini.add(prompt(6, seed=1)), mini.add(prompt(2, seed=2))
-    done = mini.device.loads_done()
-    scheduled = mini.begin_step()
-    assert list(scheduled.num_scheduled_tokens) == [fresh]
-    assert mini.plans[-1].before and mini.device.loads_done() == done, "the step waited for it"
-    mini.end_step()
-    mini.run()
-    mini.check()
-    nothing_held(mini)
-    assert mini.hits[hit] == 6 * BLOCK
-    return {"loaded": mini.manager.stats.loaded}
-
-
 def priority_behind_the_bus() -> Facts:
     """One that waits for the bus keeps its room, but not from those of a higher priority."""
     if importlib.util.find_spec("vllm.v1.core.sched.request_queue") is None:
@@ -1307,7 +1290,6 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "priorities": priority,
     "behind one that waits for the bus": behind_the_bus,
     "behind one that waits for stores": behind_stores,
-    "behind a long load": behind_a_long_load,
     "priorities while loads wait for the bus": priority_behind_the_bus,
     "structured output": grammar,
     "reset idle": reset_idle,

@@ -386,14 +386,4 @@ class Admission:
             return True
         if self._settings.load_mode == "parked" or not budget.has_tokens(request, result.tokens):
             return False
-        blocks = len(result.keys)
-        return stall.allows(blocks) and not (stall.is_long(blocks) and self._one_needs_no_load())
-
-    def _one_needs_no_load(self) -> bool:
-        """Whether a request behind the first has nothing to load; nothing runs, and none is parked.
-
-        It would join the step of the first, and wait for what that loads.
-        """
-        behind = islice(self._view.waiting(), 1, 1 + LOOK_AHEAD_REQUESTS)
-        asked = filter(self._view.needs_lookup, behind)
-        return not all(self._pool_for(one).look_up(one, max_tier_hits=1).keys for one in asked)
+        return stall.allows(len(result.keys))

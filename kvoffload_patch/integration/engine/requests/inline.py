@@ -104,14 +104,6 @@ class Stall:
         """Whether a request may load so many blocks inline; `add_inline` then counts it."""
         return self._cost_ms(num_blocks) <= self._left_ms
 
-    def is_long(self, num_blocks: int) -> bool:
-        """Whether one that joins the step would wait too long for so many blocks loaded inline.
-
-        Where `allows` says yes, that can be so only if nobody else takes part in the step yet.
-        """
-        needed = self._ahead + self._needed(num_blocks) - self._waited_for
-        return self._ms_per_block * needed > self._left_ms
-
     def add_inline(self, num_blocks: int) -> float:
         """A request of this step loads so many blocks inline; what that costs, in milliseconds."""
         cost_ms = self._cost_ms(num_blocks)

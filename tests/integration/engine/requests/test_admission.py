@@ -14,7 +14,6 @@ from integration.engine.connectors import Connector
 from integration.engine.mini import BLOCK, FakeRanks, Mini
 from integration.engine.random_adapters import adapter
 from scheduler_half.scenarios import (
-    behind_a_long_load,
     behind_stores,
     behind_the_bus,
     nothing_held,
@@ -723,7 +722,8 @@ def test_loads_are_begun_only_as_far_as_the_bus_comes_soon(load_mode: str) -> No
     *hits, fresh = many_hits(mini, 7)
     planned = len(mini.plans)
     mini.step()
-    assert len(mini.plans[planned].before) == 2, "8 blocks are just more than enough"
+    inline = load_mode == "auto"  # the first load, as nothing runs
+    assert len(mini.plans[planned].before) == 2 + inline, "8 blocks are just more than enough"
     assert fresh in mini.hits, "it needs no load"
     while hits[-1] not in mini.hits:
         mini.step()
@@ -740,10 +740,6 @@ def test_those_behind_one_that_waits_for_the_bus_do_not_wait() -> None:
 
 def test_one_behind_a_load_that_waits_for_stores_does_not_wait() -> None:
     behind_stores()
-
-
-def test_one_behind_a_long_load_does_not_wait_where_nothing_runs() -> None:
-    behind_a_long_load()
 
 
 def test_one_that_waits_for_the_bus_keeps_its_room_by_its_priority() -> None:
