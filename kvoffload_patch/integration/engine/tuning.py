@@ -11,8 +11,9 @@ from __future__ import annotations
 SCAN_MARGIN_REQUESTS = 64
 # No more loads are begun while the bus has so much to do: beginning one costs the step its time,
 # and what is begun holds GPU blocks. About seven prompts of 8,192 tokens at 20 ms each. With less
-# fewer tokens are answered where the bus is slow, and more gains nothing (docs/admission.md,
-# "Numbers that are not settings").
+# fewer tokens are answered where the bus is slow (docs/admission.md, "Numbers that are not
+# settings"), and without a limit 5 % fewer where it is slower (docs/mechanisms.md, "Loads ahead of
+# others on the bus").
 BUS_AHEAD_MS = 150.0
 # Requests behind the step's last token for which loads are begun already. Between the seven that
 # `BUS_AHEAD_MS` allows of 20 ms each, and what their lookups may take of a step: 0.3 to 0.4 ms for
