@@ -175,8 +175,8 @@ GROUPS = (
     Mutant(
         "blocks that a request hits go to one before it",
         "integration/engine/requests/loads.py",
-        "if not (found.found or self.is_next(found.gpu_blocks, taken)):",
-        "if not found.found:",
+        "if not (found.search or self.is_next(found.gpu_blocks, taken)):",
+        "if not found.search:",
         (
             "integration/engine/requests/test_admission.py::"
             "test_what_is_hit_on_the_gpu_is_not_given_to_those_before_it",

@@ -97,7 +97,7 @@ class Oracle:
         if mini.breaker.detached:
             return on_gpu, on_gpu
         found = StandInPool(mini.view, mini.manager, {}, {}).look_up(request, 1 << 20).tokens
-        prefix.take_found()
+        prefix.take_search()
         return on_gpu, found
 
 

@@ -9,7 +9,7 @@ from kvoffload_patch.integration.engine.adapters.vllm_experts import ExpertRecor
 from kvoffload_patch.patching import is_set_on
 
 
-class Found(NamedTuple):
+class Search(NamedTuple):
     """What `KVCacheCoordinator.find_longest_cache_hit` was asked, and what it returned.
 
     ``result`` is of the release's own shape: a list of blocks for each group, the tokens that are
@@ -77,9 +77,9 @@ class PrefixLookup:
         self._reports_reuse = bool(getattr(manager, "enable_kv_cache_events", False))
         self._log_stats = manager.log_stats
         self._search = coordinator.find_longest_cache_hit
-        self.given: dict[int, Found] = {}
+        self.given: dict[int, Search] = {}
         self._searching = False  # for the tier
-        self._last: Found | None = None
+        self._last: Search | None = None
         coordinator.find_longest_cache_hit = self._find
 
     def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[list[Any]], int]:
@@ -109,17 +109,17 @@ class PrefixLookup:
             manager.enable_kv_cache_events = True
         self._searching, self._most = False, None
 
-    def take_found(self) -> Found | None:
+    def take_search(self) -> Search | None:
         """What the last lookup rests on; None if vLLM did not search, or it was taken."""
-        found, self._last = self._last, None
-        return found
+        search, self._last = self._last, None
+        return search
 
-    def give(self, found: Found) -> None:
+    def give(self, search: Search) -> None:
         """vLLM finds this for the same request until `given` is cleared; it is vLLM's from now on.
 
         Every block must be in the prefix cache, and referenced until then.
         """
-        self.given[id(found.block_hashes)] = found
+        self.given[id(search.block_hashes)] = search
 
     def restore(self) -> None:
         """The coordinator's search is its own again, and records are kept as before.
@@ -148,7 +148,7 @@ class PrefixLookup:
             max_cache_hit_length = min(max_cache_hit_length, self._most)
         result = self._search(block_hashes, max_cache_hit_length)
         if self._searching:
-            self._last = Found(block_hashes, max_cache_hit_length, result)
+            self._last = Search(block_hashes, max_cache_hit_length, result)
         return result
 
     def _take_given(self, block_hashes: Any, max_cache_hit_length: int) -> Any:

@@ -162,7 +162,7 @@ class LoadBook:
             found: what it hits.
             taken: blocks that others are given before it, at most.
         """
-        if not (found.found or self.is_next(found.gpu_blocks, taken)):
+        if not (found.search or self.is_next(found.gpu_blocks, taken)):
             self._at_risk.append(found.gpu_blocks)
             return
         self._hold(found.gpu_blocks)
@@ -278,7 +278,7 @@ class LoadBook:
                 # A connector may have failed to fill some of them meanwhile.
                 if None not in [block.block_hash for block in parked.held]:
                     self._give(parked.result)
-                parked.result.found = None
+                parked.result.search = None
         return ready
 
     def _is_done(self, load: _ParkedLoad, within_ms: float) -> bool:
@@ -385,9 +385,9 @@ class LoadBook:
 
     def _give(self, result: LookupResult) -> None:
         """vLLM need not look up what a request hits: all of it is held until `after_schedule`."""
-        found, result.found = result.found, None  # it is vLLM's from now on
-        if found is not None:
-            self._view.prefix.give(found)
+        search, result.search = result.search, None  # it is vLLM's from now on
+        if search is not None:
+            self._view.prefix.give(search)
 
     def _unpark(self, done: list[_Parked]) -> None:
         now = time.monotonic()

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
-from kvoffload_patch.integration.engine.adapters.vllm_lookup import Found, OrderedPool
+from kvoffload_patch.integration.engine.adapters.vllm_lookup import OrderedPool, Search
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -42,17 +42,18 @@ class LookupResult:
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
         cut_short: whether the tier has more of it than there was room for.
         deferred: whether the request did not fit when it was looked up.
-        found: what vLLM's own search returned, with stand-ins for the blocks to load, which is
+        search: what vLLM's own search returned, with stand-ins for the blocks to load, which is
             given back to vLLM; None where it finds as much by itself.
         spared: tokens that the tier has behind these, and that are computed (`LoadChoice`).
         positions: of the stand-ins, where vLLM has one KV cache group and all are alike.
-        only_given: whether vLLM may find less unless it is given `found`, for a step: it leaves out
-            the block behind a hit for a drafting model, or has more of the prefix in some groups.
+        only_given: whether vLLM may find less unless it is given `search`, for a step: it leaves
+            out the block behind a hit for a drafting model, or has more of the prefix in some
+            groups.
     """
 
     __slots__ = (
-        "arriving", "cut_short", "deferred", "ends", "found", "gpu_blocks", "gpu_tokens", "keys",
-        "missing", "num_tokens", "only_given", "positions", "spared", "tokens",
+        "arriving", "cut_short", "deferred", "ends", "gpu_blocks", "gpu_tokens", "keys", "missing",
+        "num_tokens", "only_given", "positions", "search", "spared", "tokens",
     )  # fmt: skip
 
     def __init__(self, num_tokens: int) -> None:
@@ -64,7 +65,7 @@ class LookupResult:
         self.missing: list[Hashable] = []
         self.arriving: set[int] = set()
         self.cut_short = self.deferred = self.only_given = False
-        self.found: Found | None = None
+        self.search: Search | None = None
         self.positions: Sequence[int] = []
 
     @property
@@ -82,9 +83,9 @@ class LookupResult:
         result.tokens = result.gpu_tokens = self.tokens
         result.gpu_blocks = self.merged(self.gpu_blocks, blocks)
         result.missing, result.only_given = self.missing, self.only_given
-        if self.found is not None:
-            result.found = self.found
-            self._fill(self.found.groups, blocks)
+        if self.search is not None:
+            result.search = self.search
+            self._fill(self.search.groups, blocks)
         return result
 
     def merged(self, on_gpu: Sequence[Any], loads: Sequence[Any]) -> list[Any]:
@@ -162,11 +163,11 @@ class StandInPool:
             hits += _sort_out(blocks, block_size, result)
         hits.sort(key=itemgetter(0))
         result.keys, result.ends = [key for _, key in hits], [end for end, _ in hits]
-        found = self._view.prefix.take_found()
-        uncached = found is not None and found.uncached > 0
+        search = self._view.prefix.take_search()
+        uncached = search is not None and search.uncached > 0
         result.only_given = uncached or (self._leaves_last_out and tokens > 0)
         if hits or result.only_given:
-            result.found = found
+            result.search = search
         return result
 
     def get_cached_block(
@@ -212,9 +213,9 @@ class StandInPool:
         result.only_given = self._leaves_last_out and end > 0
         if result.keys:
             result.gpu_tokens = size * result.positions[0]
-        if (result.keys or result.only_given) and (found := self._view.prefix.take_found()):
+        if (result.keys or result.only_given) and (search := self._view.prefix.take_search()):
             # No other request has its end without all of it.
-            result.found = found._replace(may_grow=not result.keys)
+            result.search = search._replace(may_grow=not result.keys)
 
     def _lack_first(self, request: Any, result: LookupResult) -> bool:
         """Whether nobody has a request's first block, as of a prompt that is new: no search."""

@@ -133,8 +133,8 @@ def test_a_result_is_given_for_one_schedule_one_request_and_one_length() -> None
     request = mini.scheduler.requests[mini.add(asked)]
     prefix, coordinator = mini.view.prefix, mini.kv_manager.coordinator
     mini.view.prefix.longest_hit(request, mini.pool)
-    found = prefix.take_found()
-    assert found is not None and prefix.take_found() is None
+    found = prefix.take_search()
+    assert found is not None and prefix.take_search() is None
     hashes, length = found.block_hashes, found.max_cache_hit_length
     prefix.give(found)
     assert coordinator.find_longest_cache_hit(list(hashes), length) is not found.result

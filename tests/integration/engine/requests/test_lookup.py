@@ -345,7 +345,7 @@ def places(mini: Mini, asked: list[int], seed: int) -> None:
 
 def said(result: Any) -> tuple[Any, ...]:
     """What a lookup has found."""
-    found, at = result.found and result.found.groups, list(result.positions)
+    found, at = result.search and result.search.groups, list(result.positions)
     return result.tokens, result.gpu_tokens, result.gpu_blocks, result.keys, list(result.ends), (
         result.missing, result.cut_short, found, at
     )  # fmt: skip
