@@ -83,7 +83,7 @@ class Exclusive:
         """Know of the GPU what this one knew, which has ended. O(slots in use)."""
         self._on_gpu, self._key_in = before._on_gpu, before._key_in
         self._again, self._owed = before._again, before._owed
-        if not self.tight:
+        if not self.stores_at_once:
             found = self._on_gpu
             self.hit([slot for key, slot in self._slot_of.items() if key in found])
 
@@ -107,7 +107,7 @@ class Exclusive:
     # What the GPU holds
 
     @property
-    def tight(self) -> bool:
+    def stores_at_once(self) -> bool:
         """Whether nothing becomes a copy now, and what is computed is stored at once.
 
         As this is ending, or as the GPU lately lost blocks before they could be stored: where
@@ -129,7 +129,7 @@ class Exclusive:
 
     def filled(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> None:
         """These GPU blocks hold these keys, or will after this step."""
-        if self.tight:
+        if self.stores_at_once:
             self._on_gpu.difference_update(keys)
             return
         if not self._key_in.keys().isdisjoint(gpu_block_ids):
@@ -236,14 +236,14 @@ class Exclusive:
 
     def hit(self, slots: Sequence[int]) -> None:
         apart, batch_of = self._apart, self._copies.batch_of
-        if not self.tight and all(map(batch_of.__getitem__, slots)):
+        if not self.stores_at_once and all(map(batch_of.__getitem__, slots)):
             self._copies.make_recent(slots)
             return
         # Where one is there twice, the last counts.
         once = [slot for slot in dict.fromkeys(reversed(slots)) if slot not in apart][::-1]
         copies = [slot for slot in once if batch_of[slot]]
         theirs = [slot for slot in once if not batch_of[slot]]
-        if self.tight:
+        if self.stores_at_once:
             self._others.hit(theirs)
             self._copies.take(copies)
             self._give(copies)

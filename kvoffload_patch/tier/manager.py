@@ -66,7 +66,7 @@ class OffloadManager(TierState):
             self._gain.hit_on_gpu(keys)
         if self._exclusive is not None:
             self._exclusive.hit_on_gpu(gpu_block_ids, keys, cached)
-            if not self._exclusive.tight:
+            if not self._exclusive.stores_at_once:
                 return
         slots = self.touch(keys) if self._exclusive is None else self._find(keys)
         if None not in slots:
@@ -103,7 +103,7 @@ class OffloadManager(TierState):
         if self._exclusive is not None and computed:
             self._exclusive.filled(tuple(computed), tuple(computed.values()))
             self._policy.miss(missed)
-            if not self._exclusive.tight:
+            if not self._exclusive.stores_at_once:
                 room = self._slots.num_free - len(self._queue) - others if self._stores_ahead else 0
                 if self._uses is not None and room > 0:
                     missed = self._uses.enough(missed)

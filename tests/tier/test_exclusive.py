@@ -504,4 +504,4 @@ def test_a_tier_that_becomes_eager_again_stores_at_once_and_makes_no_copy(
     assert tier._gain is not None
     tier._gain.pays = True
     tier.make_plan(lambda block, key: True)
-    assert tier._exclusive is not None and not tier._exclusive.tight, "it goes on"
+    assert tier._exclusive is not None and not tier._exclusive.stores_at_once, "it goes on"

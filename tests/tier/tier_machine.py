@@ -64,7 +64,7 @@ class TierMachine(RuleBasedStateMachine):
         in_order = (self.eviction, self.store) == ("lru", "eager")
         self.model = TierModel(capacity, in_order, self.store == "auto")
         self.model.is_exclusive = lambda: self.tier.lazy
-        self.model.tight = lambda: self.tier._exclusive.tight
+        self.model.stores_at_once = lambda: self.tier._exclusive.stores_at_once
         self.ranks = [type(self).new_rank(), type(self).new_rank()]
         self.epoch = self.sizing = 0
         self.cached: dict[int, int] = {}  # GPU block -> key that it holds after this step

@@ -30,7 +30,7 @@ class TierModel:
         self.capacity = capacity
         self.stores_ahead = stores_ahead  # while slots are free, if GPU and tier are exclusive
         self.is_exclusive: Callable[[], bool] = lambda: False
-        self.tight: Callable[[], bool] = lambda: False  # whether all is stored all the same
+        self.stores_at_once: Callable[[], bool] = lambda: False  # all, even so
         self.in_order = in_order  # evicted is what was used least recently
         self.slot_of: dict[Hashable, int] = {}
         self.ready: set[Hashable] = set()
@@ -204,7 +204,7 @@ class TierModel:
                     self.recency.remove(key)
 
     def _stores_all(self) -> bool:
-        return not self.is_exclusive() or self.tight()
+        return not self.is_exclusive() or self.stores_at_once()
 
     def _waits(self, computed: Mapping[Hashable, int]) -> bool:
         """Whether what is computed waits, with what does, for what steps to come compute."""
