@@ -27,5 +27,5 @@ def slow_bus(stage: Any) -> dict[str, Any]:
         if stage.tier is not None:
             counts = stage.tier.counts()
             moved.append((counts.hit, counts.spared))
-    prefill_ms = stage.tier.pace.prefill_ms if stage.tier is not None else 0.0
-    return {"tokens": answers, "moved": moved, "prefill_ms": prefill_ms}
+    ms_per_token = stage.tier.pace.ms_per_token if stage.tier is not None else 0.0
+    return {"tokens": answers, "moved": moved, "ms_per_token": ms_per_token}

@@ -162,7 +162,7 @@ def run(
         events=seed % 3 == 0 and not (drafts and shards > 1),  # which tell not of all states then
         drafter=drafter, **users.settings(about, not (drafts or connector))
     )  # fmt: skip
-    mini.tier.pace.prefill_ms = 1e-6 * (seed % 35 in (5, 12, 26, 33))  # hits are computed
+    mini.tier.pace.ms_per_token = 1e-6 * (seed % 35 in (5, 12, 26, 33))  # hits are computed
     gain, (given, waited) = _weighed(mini, about, seed), _looked_at(mini, seed)
     finds, trainer = Finds(mini, seed % 5 == 4), Trainer(mini, seed)
     beside = random_shapes.connector(mini, seed) if connector else None

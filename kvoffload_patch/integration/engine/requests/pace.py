@@ -27,14 +27,14 @@ class Pace:
         ms_per_block: time that a block takes to load, measured when the tier was opened.
         overlap: which part of a load may be on its way when the step that reads it begins, once
             loads come by layer.
-        now: seconds on a clock that never goes back.
+        now: seconds on a clock that never goes back. All else here is in milliseconds.
 
     Attributes:
         ms_per_block: the same as it is lately: others may use the bus, or the host be late.
         slowdown: that in times of the time when the tier was opened.
         in_flight: steps that were scheduled and whose output has not come back.
         by_layer: the forward pass waits for loads layer by layer, as the last output has said.
-        prefill_ms: time that a token of a prompt takes to compute, lately; 0: not known.
+        ms_per_token: time that one of a prompt takes to compute, lately; 0: not known.
     """
 
     def __init__(
@@ -49,15 +49,18 @@ class Pace:
         self._now = now
         self.in_flight = 0
         self.by_layer = False
-        self.prefill_ms = 0.0
+        self.ms_per_token = 0.0
         # Outputs of steps under way that compute prompts, when they were about to be scheduled, and
         # their tokens. The next output that comes back ends those before it, which were lost.
         self._prefills = deque[tuple[Any, float, int]]()
-        self._prefilled = (0.0, 0.0)  # milliseconds and tokens of the last ones
+        self._prefilled = (0.0, 0.0)  # time and tokens of the last ones
         self._returned = 0.0  # the last output
         self._began = 0.0  # the last one was about to be scheduled
-        self._steps = (0.0, 0.0)  # seconds between the last three
+        self._steps = (0.0, 0.0)  # between the last three
         self._bus_free_at = 0.0
+
+    def _now_ms(self) -> float:
+        return 1000 * self._now()
 
     def loads_take(self, slowdown: float) -> None:
         """Loads take so many times what they took when the tier was opened."""
@@ -65,7 +68,7 @@ class Pace:
 
     def step_begins(self) -> None:
         """`schedule` is about to be called."""
-        now = self._now()
+        now = self._now_ms()
         self._steps = self._steps[1], now - self._began
         self._began = now
 
@@ -79,16 +82,16 @@ class Pace:
     def step_returned(self, output: Any) -> None:
         """What `schedule` returned was carried out; steps come back in their order."""
         self.in_flight -= 1
-        now = self._now()
+        now = self._now_ms()
         begun = self._prefills
         if begun and (begun[0][0] is output or any(one is output for one, _, _ in begun)):
             while (first := self._prefills.popleft())[0] is not output:
                 pass  # lost
             ms, tokens = self._prefilled
-            ms = KEPT_PREFILL_PARTS * ms + 1000 * (now - max(first[1], self._returned))
+            ms = KEPT_PREFILL_PARTS * ms + now - max(first[1], self._returned)
             tokens = KEPT_PREFILL_PARTS * tokens + first[2]
             self._prefilled = ms, tokens
-            self.prefill_ms = ms / tokens
+            self.ms_per_token = ms / tokens
         self._returned = now
 
     def computes_sooner(self, num_tokens: int, num_blocks: int) -> bool:
@@ -96,7 +99,7 @@ class Pace:
 
         False as long as it is not known what a token takes.
         """
-        computing_ms = self.prefill_ms * num_tokens
+        computing_ms = self.ms_per_token * num_tokens
         return 0 < LONGER_LOAD_TIMES * computing_ms < self.ms_per_block * num_blocks
 
     def free_ms(self) -> float:
@@ -104,7 +107,7 @@ class Pace:
 
         0 if no step is under way: the device waits for this one.
         """
-        return 1000 * min(self._steps) if self.in_flight > 0 else 0.0
+        return min(self._steps) if self.in_flight > 0 else 0.0
 
     def hidden_ms(self, num_blocks: int) -> float:
         """How long so many blocks may still be loading when the step that reads them begins.
@@ -115,13 +118,12 @@ class Pace:
         """
         if not self.by_layer:
             return 0.0
-        load_s = self.ms_per_block * num_blocks / 1000
-        return 1000 * self._overlap * min(*self._steps, load_s)
+        return self._overlap * min(*self._steps, self.ms_per_block * num_blocks)
 
     def load_begins(self, num_blocks: int) -> float:
         """A load of so many blocks begins, behind those under way; returns when it will be over."""
-        takes_s = self.ms_per_block * num_blocks / 1000
-        self._bus_free_at = max(self._now(), self._bus_free_at) + takes_s
+        begins = max(self._now_ms(), self._bus_free_at)
+        self._bus_free_at = begins + self.ms_per_block * num_blocks
         return self._bus_free_at
 
     def awaits_layers(self) -> bool:
@@ -133,4 +135,4 @@ class Pace:
 
     def ms_until(self, at: float) -> float:
         """How long it is until a time; 0 if it has passed."""
-        return max(0.0, 1000 * (at - self._now()))
+        return max(0.0, at - self._now_ms())

@@ -12,11 +12,11 @@ from kvoffload_patch.integration.engine.tuning import TRIED_LOADS
 FOUR_BLOCKS = 4 * BLOCK
 
 
-def asked_twice(load_ms: float, prefill_ms: float, times: int = 1, **more: str) -> Mini:
+def asked_twice(load_ms: float, ms_per_token: float, times: int = 1, **more: str) -> Mini:
     """An engine whose GPU has lost a prompt of four blocks and a token, which is asked again."""
     mini = Mini(blocks=30, ranks=FakeRanks(load_ms), num_slots=2000, gpu_prefixes="whole", **more)
     assert mini.tier is not None
-    mini.tier.pace.prefill_ms = prefill_ms
+    mini.tier.pace.ms_per_token = ms_per_token
     asked = prompt(4, seed=1, tail=1)
     for turn in range(1 + times):
         mini.add(asked, 1)
@@ -36,13 +36,13 @@ def counted(mini: Mini) -> tuple[int, int]:
 
 
 def test_a_hit_is_loaded_where_nobody_knows_what_computing_it_takes() -> None:
-    assert counted(asked_twice(load_ms=15.0, prefill_ms=0.0)) == (FOUR_BLOCKS, 0)
+    assert counted(asked_twice(load_ms=15.0, ms_per_token=0.0)) == (FOUR_BLOCKS, 0)
 
 
 def test_a_hit_is_loaded_unless_that_takes_clearly_longer() -> None:
     same = 15.0 / BLOCK
-    assert counted(asked_twice(load_ms=15.0, prefill_ms=same)) == (FOUR_BLOCKS, 0)
-    assert counted(asked_twice(load_ms=15.0, prefill_ms=same / 2)) == (0, FOUR_BLOCKS)
+    assert counted(asked_twice(load_ms=15.0, ms_per_token=same)) == (FOUR_BLOCKS, 0)
+    assert counted(asked_twice(load_ms=15.0, ms_per_token=same / 2)) == (0, FOUR_BLOCKS)
 
 
 def test_one_hit_of_some_is_loaded_all_the_same() -> None:
@@ -67,7 +67,7 @@ def test_what_a_load_of_another_brings_is_waited_for(load_mode: str) -> None:
         mini.run()
     mini.add(asked, 1)
     mini.step()
-    mini.tier.pace.prefill_ms = 0.01
+    mini.tier.pace.ms_per_token = 0.01
     mini.add(asked, 1)
     mini.run()
     mini.check()

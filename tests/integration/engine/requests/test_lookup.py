@@ -527,8 +527,8 @@ def test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done(
     world.tier.pace.in_flight = in_flight
     world.tier.pace._overlap = overlap
     world.tier.on_result(TransferResult(by_layer=True))
-    world.tier.pace._steps = (step_ms / 1000, step_ms / 1000)
-    world.tier.pace._began = world.time - step_ms / 1000
+    world.tier.pace._steps = (step_ms, step_ms)
+    world.tier.pace._began = 1000 * world.time - step_ms
     world.tier.before_schedule()
     assert parked(requests) == [not joined for joined in joins]
     plan = world.offload.make_plan(lambda *_: False)
@@ -543,8 +543,8 @@ def test_a_load_is_expected_to_take_what_loads_take_lately(slowdown: float, join
     world, requests, _ = parked_beside(1, 3, slowdown=slowdown)
     world.tier.change(replace(world.tier.settings, load_mode="auto", max_stall_ms=0))
     world.tier.pace.in_flight = 1
-    world.tier.pace._steps = (0.004, 0.004)
-    world.tier.pace._began = world.time - 0.004
+    world.tier.pace._steps = (4.0, 4.0)
+    world.tier.pace._began = 1000 * world.time - 4
     world.tier.before_schedule()
     assert parked(requests) == [not joins]
 

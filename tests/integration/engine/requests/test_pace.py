@@ -59,11 +59,11 @@ def test_nothing_is_hidden_while_steps_wait_for_loads_as_a_whole() -> None:
 def test_loads_cross_one_after_the_other() -> None:
     pace, clock = stepped()
     first, second = pace.load_begins(3), pace.load_begins(2)
-    assert (first, second) == (pytest.approx(100.006), pytest.approx(100.010))
+    assert (first, second) == (pytest.approx(100_006), pytest.approx(100_010))
     assert pace.ms_until(first) == pytest.approx(6) and pace.ms_until(second) == pytest.approx(10)
     clock.time += 1
     assert pace.ms_until(second) == 0
-    assert pace.load_begins(1) == pytest.approx(101.002)
+    assert pace.load_begins(1) == pytest.approx(101_002)
 
 
 def test_what_loads_take_lately_counts() -> None:
@@ -72,9 +72,9 @@ def test_what_loads_take_lately_counts() -> None:
     pace.loads_take(2.5)
     assert (pace.slowdown, pace.ms_per_block) == (2.5, 5)
     assert pace.hidden_ms(2) == pytest.approx(0.75 * 10)
-    assert pace.load_begins(4) == pytest.approx(clock.time + 0.02)
+    assert pace.load_begins(4) == pytest.approx(1000 * clock.time + 20)
     pace.loads_take(1.0)
-    assert pace.load_begins(4) == pytest.approx(clock.time + 0.028)
+    assert pace.load_begins(4) == pytest.approx(1000 * clock.time + 28)
 
 
 class Step:
@@ -96,17 +96,17 @@ def carried_out(pace: Pace, clock: Clock, tokens: int, seconds: float, waits: bo
 def test_steps_that_compute_prompts_say_what_a_token_takes() -> None:
     pace, clock = stepped()
     carried_out(pace, clock, 64, 5.0)  # decodes
-    assert pace.prefill_ms == 0, "nothing is known"
+    assert pace.ms_per_token == 0, "nothing is known"
     assert not pace.computes_sooner(64, 1000)
     for _ in range(4):
         carried_out(pace, clock, 1024, 0.1)
-        assert pace.prefill_ms == pytest.approx(100 / 1024)
+        assert pace.ms_per_token == pytest.approx(100 / 1024)
     carried_out(pace, clock, 64, 5.0)
     carried_out(pace, clock, 1024, 5.0, waits=True)
-    assert pace.prefill_ms == pytest.approx(100 / 1024)
+    assert pace.ms_per_token == pytest.approx(100 / 1024)
     for _ in range(40):  # prompts get longer
         carried_out(pace, clock, 1024, 0.2)
-    assert pace.prefill_ms == pytest.approx(200 / 1024, rel=0.01)
+    assert pace.ms_per_token == pytest.approx(200 / 1024, rel=0.01)
 
 
 def test_a_step_is_timed_from_the_one_before_where_that_was_still_under_way() -> None:
@@ -119,7 +119,7 @@ def test_a_step_is_timed_from_the_one_before_where_that_was_still_under_way() ->
         pace.step_scheduled(behind, waits=False)
         clock.time += 0.1
         pace.step_returned(now)
-    assert pace.prefill_ms == pytest.approx(100 / 2048)
+    assert pace.ms_per_token == pytest.approx(100 / 2048)
 
 
 def test_steps_that_are_lost_or_come_twice_are_not_timed() -> None:
@@ -129,10 +129,10 @@ def test_steps_that_are_lost_or_come_twice_are_not_timed() -> None:
         pace.step_scheduled(Step(4096), waits=False)  # lost
     clock.time += 9
     pace.step_returned(Step(2048))  # nobody knows it
-    assert pace.prefill_ms == 0
+    assert pace.ms_per_token == 0
     for _ in range(4):
         carried_out(pace, clock, 2048, 0.1)
-    assert pace.prefill_ms == pytest.approx(100 / 2048)
+    assert pace.ms_per_token == pytest.approx(100 / 2048)
 
 
 def test_a_prefix_is_computed_where_its_load_takes_clearly_longer() -> None:
