@@ -239,7 +239,7 @@ class OffloadManager(TierState):
         held = self._exclusive
         if self._gain is not None and (self._gain.pays == (held is None) or held and held.ending):
             self._follow_gain()
-        hurries = leaving or self._queue or self._growing or held
+        hurries = leaving or self._queue or self._growing or self._exclusive  # from this step on
         store: tuple[Transfer, ...] = ()
         if not can_wait or hurries or not self._waiting.add(computed):
             if self._waiting:

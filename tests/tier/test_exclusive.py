@@ -344,6 +344,18 @@ def test_auto_is_eager_until_it_pays_to_give_copies_up_and_again_once_it_does_no
     assert not tier.looks_ahead and tier.about_to_lose([0], ["a"]) == 0
 
 
+def test_the_step_in_which_auto_changes_waits_with_what_it_computes_as_those_behind_it_do() -> None:
+    tier, gain = weighed(4)
+
+    def stores(key: str, block: int) -> bool:
+        return tier.make_plan(lambda block, key: True, {key: block}, can_wait=True) is not None
+
+    gain.pays = True
+    assert stores("a", 0) and tier.lazy and not tier._waiting, "into slots that are free"
+    gain.pays = False
+    assert not stores("b", 1) and not tier.lazy and len(tier._waiting) == 1
+
+
 def test_what_is_loading_while_auto_changes_is_neither_evicted_nor_lost() -> None:
     for first in (False, True):
         tier, gain = weighed(2)
