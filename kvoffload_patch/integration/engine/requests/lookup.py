@@ -193,6 +193,8 @@ class StandInPool:
 
         The result is one that vLLM can be given in place of its own.
         """
+        if self._hashes_blocks and self._lack_first(request, result):
+            return
         on_gpu, behind = result.gpu_blocks, list[Any]()
         hashes = request.block_hashes if self._hashes_blocks else ()  # what vLLM asks for
         find = self._in_order(result, hashes, max_tier_hits, behind)
@@ -214,6 +216,16 @@ class StandInPool:
         if (result.keys or result.only_given) and (search := self._view.prefix.take_search()):
             # No other request has its end without all of it.
             result.search = search._replace(may_grow=not result.keys)
+
+    def _lack_first(self, request: Any, result: LookupResult) -> bool:
+        """Whether nobody has a request's first block, as of a prompt that is new: no search."""
+        if not (hashes := request.block_hashes):
+            return False
+        key = self._key(hashes[0], 0)
+        if self._view.gpu_lookup()(key) or key in self._arriving or self._manager.lookup(key):
+            return False
+        result.missing.append(key)
+        return True
 
     def _in_order(
         self, result: LookupResult, hashes: Sequence[Hashable], most: int, behind: list[Any]

@@ -77,20 +77,28 @@ def test_what_the_gpu_has_is_searched_for_by_vllm_as_well(monkeypatch: pytest.Mo
     assert searches == [True, False], "nobody holds it until the request is admitted"
 
 
-def test_a_prompt_is_found_where_a_hash_is_of_a_part_of_a_block(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("smaller", [False, True])
+def test_a_prompt_whose_first_block_nobody_has_is_not_searched_for(
+    smaller: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mini = Mini()
     size = getattr(mini.pool, "hash_block_size", None)
     if size is None:
         pytest.skip("up to 0.11 a pool does not say how many tokens a hash is of")
-    monkeypatch.setattr(mini.pool, "hash_block_size", size // 2)
-    mini.tier._admission._pool._hashes_blocks = mini.view.hashes_blocks()
-    monkeypatch.undo()
+    if smaller:  # the first hash is of a part of a block then, which may be known as a whole
+        monkeypatch.setattr(mini.pool, "hash_block_size", size // 2)
+        mini.tier._admission._pool._hashes_blocks = mini.view.hashes_blocks()
+        monkeypatch.undo()
+    asked: list[Any] = []
+    search = mini.view.prefix.longest_hit
+    monkeypatch.setattr(
+        mini.view.prefix, "longest_hit", lambda *how: asked.append(how) or search(*how)
+    )
     mini.only_in_cpu(prompt(6, seed=1))
+    assert bool(asked) == smaller
     name = mini.add(prompt(6, seed=1), count=1)
     mini.run()
-    assert mini.hits[name]
+    assert asked and mini.hits[name]
 
 
 def test_blocks_of_the_gpu_behind_some_that_it_lacks_are_hit_where_they_are() -> None:
