@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
-from kvoffload_patch.tier.recency_model import RecencyModel, sample_of, sampled
+from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of, sampled
 from kvoffload_patch.tier.tuning import (
     MODEL_BATCH_BLOCKS,
     MODEL_LEAD_PARTS,
@@ -26,10 +26,12 @@ class ExclusiveGain:
         gpu_blocks: of the GPU's prefix cache.
 
     Attributes:
+        sample: of the keys that were computed.
         pays: the gain is larger than the cost.
     """
 
     def __init__(self, slots: int, gpu_blocks: int) -> None:
+        self.sample = KeySample()
         self.pays = False
         self._slots, self._gpu_blocks = slots, gpu_blocks
         self._lead = self._loaded = 0.0  # blocks of the sample
@@ -48,7 +50,7 @@ class ExclusiveGain:
 
     def computed(self, keys: Collection[Hashable]) -> None:
         """These were computed, and the tier does not have them."""
-        if some := sampled(keys, self._one_in):
+        if some := self.sample.look(keys, self._one_in):
             self._waiting += some
             if len(self._waiting) >= MODEL_BATCH_BLOCKS:
                 self._tell_computed()

@@ -332,7 +332,7 @@ class OffloadManager(TierState):
             in_order = [slot for slot in in_order if slot < num_slots]
             self._prefixes.shrink(num_slots)
         self._count_slots(num_slots)
-        self._prefixes.policy = self._new_policy(self._key_of)
+        self._prefixes.policy = self._make_policy()
         pinned = self._held.pinned()
         self._prefixes.insert([*in_order, *pinned])
         self._prefixes.pin(pinned)

@@ -51,6 +51,30 @@ def sampled(keys: Collection[Hashable], one_in: int) -> list[Hashable]:
     return list(compress(keys, marks)) if 1 in marks else []
 
 
+class KeySample:
+    """Which of some keys models are told of; those looked at last are not looked at again.
+
+    Of what a step computes both `auto` and `adaptive` want to know it, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Iterable[Hashable] = ()
+        self._one_in = 0
+        self._sampled: list[Hashable] = []
+
+    def look(self, keys: Collection[Hashable], one_in: int) -> Sequence[Hashable]:
+        """Those of these that are sampled, one in so many: a power of two."""
+        self._keys, self._one_in = keys, one_in
+        self._sampled = sampled(keys, one_in)
+        return self._sampled
+
+    def of(self, keys: Collection[Hashable], one_in: int) -> Sequence[Hashable]:
+        """As `look`; if it was asked for the very same object last, that has not changed since."""
+        if keys is self._keys and one_in == self._one_in:
+            return self._sampled
+        return self.look(keys, one_in)
+
+
 class RecencyModel:
     """What a tier with `LRUPolicy` would have, were it told of nothing but uses.
 

@@ -12,6 +12,7 @@ from kvoffload_patch.plan import Transfer, TransferResult
 from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.exclusive import Exclusive
 from kvoffload_patch.tier.gain import ExclusiveGain
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
 from kvoffload_patch.tier.policies.batches import BatchLists
 from kvoffload_patch.tier.policy import EvictionPolicy, PolicyBroken
 from kvoffload_patch.tier.prefixes import PrefixOrder
@@ -152,12 +153,18 @@ class TierState:
 
     def _begin_policy(self) -> None:
         """A new eviction policy, which knows of nothing."""
-        held, policy = self._held, self._new_policy(self._key_of)
+        held, policy = self._held, self._make_policy()
         self._prefixes = PrefixOrder(policy, self._key_of, self._is_idle, held.reads_of)
         # For whichever `Exclusive` there is: a step that makes one is not to walk the slots.
         self._copies = BatchLists(1, 0 if self._store_policy == "eager" else self.num_slots)
         self._exclusive, self._policy = None, self._prefixes
         self._follow_gain()
+
+    def _make_policy(self) -> EvictionPolicy:
+        policy = self._new_policy(self._key_of)
+        if self._gain is not None and isinstance(policy, AdaptivePolicy):
+            policy.sample = self._gain.sample
+        return policy
 
     def _follow_gain(self, before: Exclusive | None = None) -> None:
         """Hold other blocks than the GPU if that is wanted, or pays.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_patch.tier.policies.adaptive import ArcModel
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy, ArcModel
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.recency_model import (
+    KeySample,
     RecencyModel,
     sample_marks,
     sample_of,
@@ -117,3 +119,38 @@ def test_keys_that_are_no_bytes_of_one_length_are_sampled_as_well() -> None:
     ):
         some = sampled(keys, 4)
         assert some == [key for key in keys if hash(key) % 4 == 0]
+
+
+def test_the_same_keys_are_looked_at_once() -> None:
+    sample, keys = KeySample(), [f"{n}" for n in range(200)]
+    first = sample.look(keys, 4)
+    assert first == [key for key in keys if hash(key) % 4 == 0] and 20 < len(first) < 80
+    assert sample.of(keys, 4) is first
+    assert sample.of([*keys], 4) is not first, "other objects may hold other keys"
+    sample.look(keys, 4)
+    assert sample.of(keys, 8) == [key for key in keys if hash(key) % 8 == 0]
+    keys.clear()
+    assert sample.look(keys, 8) == []
+
+
+def test_auto_and_adaptive_look_at_what_a_step_computes_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = OffloadManager(1024, AdaptivePolicy, store="auto", gpu_blocks=512)
+    assert tier._gain is not None and isinstance(tier._prefixes.policy, AdaptivePolicy)
+    assert tier._prefixes.policy.sample is tier._gain.sample
+    tier.clear()
+    assert isinstance(tier._prefixes.policy, AdaptivePolicy)
+    assert tier._prefixes.policy.sample is tier._gain.sample
+    told: list[int] = []
+    look = tier._gain.sample.look
+
+    def note(keys: Collection[Hashable], one_in: int) -> Sequence[Hashable]:
+        told.append(len(keys))
+        return look(keys, one_in)
+
+    monkeypatch.setattr(tier._gain.sample, "look", note)
+    plan = tier.make_plan(lambda block, key: True, {f"{n}": n for n in range(64)})
+    assert plan is not None and len(plan.after[0].source_ids) == 64
+    assert told == [64], "once, and not for the policy again"
+    assert len(tier._prefixes.policy._known) == 64, "of a small tier every key is sampled"

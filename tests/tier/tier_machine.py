@@ -21,6 +21,7 @@ from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.plan import TransferResult
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
+from kvoffload_patch.tier.recency_model import KeySample
 
 BLOCKS = range(7)
 KEYS = range(9)
@@ -36,6 +37,9 @@ class Gain:
     """Stands for what weighs whether GPU and tier hold different blocks: the machine says it."""
 
     pays = True
+
+    def __init__(self) -> None:
+        self.sample = KeySample()
 
     def told(self, _: object) -> None:
         pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from kvoffload_patch.tier.policies.arc import ArcPolicy
-from kvoffload_patch.tier.recency_model import RecencyModel, sample_of, sampled
+from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of
 from kvoffload_patch.tier.tuning import (
     MODEL_BATCH_BLOCKS,
     MODEL_LEAD_PARTS,
@@ -82,11 +82,13 @@ class AdaptivePolicy(ArcPolicy):
     once is the model's, too, so that what is evicted is what was modelled.
 
     Attributes:
+        sample: of the keys that are stored.
         by_recency: what was used least recently leaves.
     """
 
     def __init__(self, key_of: Sequence[Hashable]) -> None:
         super().__init__(key_of)
+        self.sample = KeySample()
         self.by_recency = True
         self._lead = 0.0  # blocks that `arc` would have recomputed fewer
         self._begin_models(sample_of(len(key_of)))
@@ -101,9 +103,10 @@ class AdaptivePolicy(ArcPolicy):
         self._arc_model.grow(self._model_slots())
 
     def miss(self, keys: Collection[Hashable]) -> None:
-        if some := sampled(keys, self._one_in):
-            self._known.update(some)
-            self._stored += reversed(some)
+        sampled = self.sample.of(keys, self._one_in)
+        if sampled:
+            self._known.update(sampled)
+            self._stored += reversed(sampled)
             if len(self._stored) >= MODEL_BATCH_BLOCKS:
                 self._tell_stored()
         if not self.by_recency:  # else nothing that was evicted is remembered
@@ -112,20 +115,20 @@ class AdaptivePolicy(ArcPolicy):
             self.share = share  # it is the model's
 
     def hit(self, slots: Sequence[int]) -> None:
-        if some := self._sampled(slots):
-            self._lru_model.use(some)
-            self._arc_model.use(some)
+        if sampled := self._sampled(slots):
+            self._lru_model.use(sampled)
+            self._arc_model.use(sampled)
         super().hit(slots)
 
     def regroup(self, slots: Sequence[int]) -> None:
-        if some := self._sampled(slots):
-            self._lru_model.ended(some)
-            self._arc_model.ended(some)
+        if sampled := self._sampled(slots):
+            self._lru_model.ended(sampled)
+            self._arc_model.ended(sampled)
         super().regroup(slots)
 
     def pin(self, slots: Sequence[int]) -> None:
-        if some := self._sampled(slots):
-            self._count(some)
+        if sampled := self._sampled(slots):
+            self._count(sampled)
         super().pin(slots)
 
     def evict(self, count: int) -> Sequence[int]:
@@ -149,10 +152,10 @@ class AdaptivePolicy(ArcPolicy):
     def _sampled(self, slots: Sequence[int]) -> list[Hashable]:
         """Keys of these that are sampled; the models know of what was stored before them then."""
         known = self._known
-        some = [key for key in map(self._key_of.__getitem__, slots) if key in known]
-        if some:
+        sampled = [key for key in map(self._key_of.__getitem__, slots) if key in known]
+        if sampled:
             self._tell_stored()
-        return some
+        return sampled
 
     def _tell_stored(self) -> None:
         if self._stored:

@@ -106,9 +106,12 @@ class Undecided:
     """Stands for `ExclusiveGain`: at random it pays, or does not any more."""
 
     def __init__(self, seed: int) -> None:
+        from kvoffload_patch.tier.recency_model import KeySample
+
         self._rng = random.Random(f"weighed {seed}")
         self._pays = False
         self.changes = 0
+        self.sample = KeySample()
 
     @property
     def pays(self) -> bool:
