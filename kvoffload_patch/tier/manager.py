@@ -25,14 +25,15 @@ class OffloadManager(TierState):
 
     # Looking up
 
-    def touch(self, keys: Keys) -> list[Any]:
+    def touch(self, keys: Keys) -> Sequence[Any]:
         """Refresh the recency of a prefix, given head first; the head ends most recent.
 
         A block is worth nothing without those before it, so a prefix is evicted from its tail.
         Returns the slot of each; None where it has none.
         """
         slots = self._find(keys)
-        self._policy.hit([slot for slot in reversed(slots) if slot is not None])
+        known = slots if isinstance(slots, range) else [s for s in slots if s is not None]
+        self._policy.hit(known[::-1])
         return slots
 
     def request_ended(self, keys: Keys, together: bool = True, rests: Rests = IN_A_ROW) -> None:
@@ -69,7 +70,7 @@ class OffloadManager(TierState):
             if not self._exclusive.stores_at_once:
                 return
         slots = self.touch(keys) if self._exclusive is None else self._find(keys)
-        if None not in slots:
+        if isinstance(slots, range):
             return
         missing = {k: block for k, block, at in zip(keys, gpu_block_ids, slots) if at is None}
         enough = self._often_used(missing)

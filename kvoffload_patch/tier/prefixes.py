@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence
 from itertools import compress
 from operator import ne
 
 from kvoffload_patch.tier.policy import EvictionPolicy, PolicyBroken
+from kvoffload_patch.tier.tuning import NEIGHBOUR_BLOCKS
 
 NONE = -1  # no slot
 
@@ -47,6 +48,7 @@ class PrefixOrder:
         self._num_pinned = num_pinned
         self._before = [NONE] * len(key_of)
         self._behind = [NONE] * len(key_of)
+        self._numbers = list(range(len(key_of)))  # slots as the same objects: soon compared
         self._others_behind: dict[int, set[int]] = {}  # where prefixes part
         self._due: OrderedDict[int, None] = OrderedDict()
         self._path: list[int] = []  # from the first that is due towards a tail
@@ -63,7 +65,7 @@ class PrefixOrder:
 
         Neither the policy nor anything here has any of them in an order, as after `take_all`.
         """
-        del self._before[num_slots:], self._behind[num_slots:]
+        del self._before[num_slots:], self._behind[num_slots:], self._numbers[num_slots:]
         self._before = [slot if slot < num_slots else NONE for slot in self._before]
         self._behind = [slot if slot < num_slots else NONE for slot in self._behind]
         self._others_behind = {
@@ -83,26 +85,25 @@ class PrefixOrder:
             due[slot] = None
             due.move_to_end(slot, last=False)
 
-    def ended(self, slots: Sequence[int], together: bool) -> None:
+    def ended(self, pieces: Sequence[Sequence[int]], together: bool) -> None:
         """A request has ended that used these: all of its prefix that the tier has, head first.
 
         Args:
-            slots: each once.
+            pieces: none of them empty, each slot once; one of neighbours may be a range.
             together: whether to put them together; otherwise they came all at once.
         """
-        if not slots:
-            return
         if together:
-            self.regroup(slots[::-1])
-        before, behind = self._before, self._behind
-        before[slots[0]] = NONE  # so that no block comes to rest on itself
-        tails = slots[1:]
-        linked = map(before.__getitem__, tails)
-        for head, tail in compress(zip(slots, tails), map(ne, linked, slots)):
-            if behind[head] == NONE:
-                before[tail], behind[head] = head, tail
-            else:
-                self._link(tail, head)
+            self.regroup([slot for piece in reversed(pieces) for slot in reversed(piece)])
+        head = NONE
+        for piece in pieces:
+            first = piece[0]
+            if head == NONE:
+                self._before[first] = NONE  # so that no block comes to rest on itself
+            elif self._before[first] != head:
+                self._link(first, head)
+            if not self._link_run(piece):
+                self._link_each(piece)
+            head = piece[-1]
 
     def rest(self, pairs: Iterable[tuple[int, int]]) -> None:
         """The first of each two rests on the other, and nothing on it."""
@@ -125,6 +126,7 @@ class PrefixOrder:
         more = [NONE] * (len(self._key_of) - len(self._before))
         self._before += more
         self._behind += more
+        self._numbers += range(len(self._numbers), len(self._key_of))
         self.policy.grow()
 
     def miss(self, keys: Collection[Hashable]) -> None:
@@ -158,10 +160,9 @@ class PrefixOrder:
     def evict(self, count: int) -> Sequence[int]:
         if not self._due:
             slots = self._give_up(count)
-            if self._is_closed(slots):
-                before, behind = self._before, self._behind
-                for slot in slots:
-                    before[slot] = behind[slot] = NONE
+            runs = runs_of(sorted(slots))  # mostly of few prefixes, or of their ends
+            if self._is_closed(slots, runs):
+                self._clear(slots, runs)
                 return slots
             self._due.update(dict.fromkeys(slots))
         return self._evict_due(count)
@@ -218,17 +219,53 @@ class PrefixOrder:
                 raise RuntimeError(f"the block in slot {tail} rests on itself")
         return path.pop()
 
-    def _is_closed(self, slots: Sequence[int]) -> bool:
-        """Whether nothing but these rests on any of them."""
+    def _is_closed(self, slots: Sequence[int], runs: Sequence[range]) -> bool:
+        """Whether nothing but these rests on any of them; ``runs`` are all of them, or none."""
         before, behind = self._before, self._behind
         if self._others_behind and not self._others_behind.keys().isdisjoint(slots):
             return False
-        # Mostly each rests on the next.
-        found = map(behind.__getitem__, slots)
-        heads = compress(slots, map(ne, found, (NONE, *slots)))
-        tails = [(behind[head], head) for head in heads if behind[head] != NONE]
-        open_ends = [tail for tail, head in tails if before[tail] == head]
-        return not open_ends or set(slots).issuperset(open_ends)
+        heads: list[int] = []  # of what is not known to rest on one of these
+        for run in runs:
+            first, last = run[0], run[-1]
+            inside = behind[first:last] == self._numbers[first + 1 : last + 1]
+            heads += (last,) if inside else run
+        if not runs:
+            # Mostly each rests on the next.
+            found = map(behind.__getitem__, slots)
+            heads = list(compress(slots, map(ne, found, (NONE, *slots))))
+        tails = [behind[head] for head in heads]
+        open_ends = [t for t, head in zip(tails, heads) if t != NONE and before[t] == head]
+        # Mostly the few that lead from one run to the next.
+        few = bool(runs) and len(open_ends) < NEIGHBOUR_BLOCKS
+        among: Sequence[Container[int]] = runs if few else [set(slots)]
+        return all(any(tail in some for some in among) for tail in open_ends)
+
+    def _link_run(self, slots: Sequence[int]) -> bool:
+        """Each of these rests on the one before it, its neighbour; False if there is more to do."""
+        if not isinstance(slots, range):
+            return False
+        before, behind = self._before, self._behind
+        first, last = slots[0], slots[-1]
+        own, next_ones = self._numbers[first:last], self._numbers[first + 1 : last + 1]
+        heads, tails = before[first + 1 : last + 1], behind[first:last]
+        if heads == own and tails == next_ones:
+            return True  # they did already
+        none = [NONE] * (last - first)
+        if heads != none or tails != none:
+            return False
+        before[first + 1 : last + 1] = own
+        behind[first:last] = next_ones
+        return True
+
+    def _link_each(self, slots: Sequence[int]) -> None:
+        before, behind = self._before, self._behind
+        tails = slots[1:]
+        linked = map(before.__getitem__, tails)
+        for head, tail in compress(zip(slots, tails), map(ne, linked, slots)):
+            if behind[head] == NONE:
+                before[tail], behind[head] = head, tail
+            else:
+                self._link(tail, head)
 
     def _one_behind(self, slot: int) -> int:
         """A slot that rests on this one; NONE if there is none."""
@@ -253,6 +290,16 @@ class PrefixOrder:
                 others.intersection_update([one for one in others if self._before[one] == head])
         self._before[tail], self._behind[head] = head, tail
 
+    def _clear(self, slots: Sequence[int], runs: Sequence[range]) -> None:
+        """These leave, and nothing else rests on them."""
+        before, behind = self._before, self._behind
+        for run in runs:
+            begin, end = run[0], run[-1] + 1
+            before[begin:end] = behind[begin:end] = [NONE] * len(run)
+        if not runs:
+            for slot in slots:
+                before[slot] = behind[slot] = NONE
+
     def _leave(self, slot: int) -> None:
         self._before[slot] = self._behind[slot] = NONE
 
@@ -264,3 +311,26 @@ class PrefixOrder:
             for slot in again:
                 del self._due[slot]
             self.policy.insert(again)
+
+
+def runs_of(slots: Sequence[int]) -> list[range]:
+    """Slots, ascending and each once, as runs of neighbours; none if they are many short ones."""
+    runs: list[range] = []
+    begin, last = 0, len(slots) - 1
+    while begin <= last:
+        if NEIGHBOUR_BLOCKS * len(runs) > last:
+            return []
+        # Up to the last one that is as far from the first as it is behind it.
+        end, beyond = begin, last + 1
+        ahead = slots[begin] - begin
+        if slots[last] - last == ahead:
+            end = last
+        while beyond - end > 1 and end < last:
+            middle = (end + beyond) // 2
+            if slots[middle] - middle == ahead:
+                end = middle
+            else:
+                beyond = middle
+        runs.append(range(slots[begin], slots[end] + 1))
+        begin = end + 1
+    return runs

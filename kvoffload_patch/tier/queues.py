@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, Optional
 
 from kvoffload_patch.tier.entries import Blocks, Keys, Storable
@@ -167,32 +167,34 @@ def tell_ended(
     ended: deque[Ended],
     stores_done: int,
     loads_done: int,
-    find: Callable[[Keys], list[Any]],
+    find: Callable[[Keys], Sequence[Sequence[Any]]],
     order: PrefixOrder,
 ) -> None:
     """Tell of those requests whose copies are done: what was stored and loaded is in place.
 
-    ``find`` gives the slot of each key, or None.
+    ``find`` gives the slot of each key, or None, in pieces; one without None may be a range.
     """
     while ended:
         keys, together, rests, last_store, last_load = ended[0]
         if last_store > stores_done or last_load > loads_done:
             return
         ended.popleft()
-        slots = find(keys)
+        pieces = find(keys)
         if rests:
+            slots = chain.from_iterable(pieces)
             _tell_groups(dict(zip(keys, slots)), together, rests, order)
             continue
         behind: list[int] = []  # of what is missing
-        if None in slots:
-            missing = slots.index(None)
-            behind = [slot for slot in slots[missing:] if slot is not None]
-            del slots[missing:]
+        if pieces and not isinstance(pieces[-1], range) and None in pieces[-1]:
+            *pieces, last = pieces
+            missing = last.index(None)
+            behind = [slot for slot in last[missing:] if slot is not None]
+            pieces += [last[:missing]] if missing else []
         if rests is not None:
-            order.ended(slots, together)
+            order.ended(pieces, together)
             order.orphaned(behind[::-1])
         else:
-            order.regroup([*slots, *behind][::-1])
+            order.regroup([*chain.from_iterable(pieces), *behind][::-1])
 
 
 def _tell_groups(
@@ -210,6 +212,6 @@ def _tell_groups(
     whole = set(prefix)
     pairs = [(slot, found[rests[key]]) for key, slot in found.items() if rests.get(key) in whole]
     orphans = [slot for key, slot in found.items() if rests.get(key, key) not in whole]
-    order.ended([found[key] for key in prefix], together=False)
+    order.ended([[found[key] for key in prefix]] if prefix else [], together=False)
     order.rest(pairs)
     order.orphaned(orphans[::-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count
+from operator import ne
 from typing import Any
 
 from kvoffload_patch.links import CPU, LOAD, STORE, Link
@@ -19,7 +20,7 @@ from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import Ended, StoreQueue, WaitingBlocks, tell_ended
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
-from kvoffload_patch.tier.tuning import GIVEN_BACK_BLOCKS
+from kvoffload_patch.tier.tuning import GIVEN_BACK_BLOCKS, NEIGHBOUR_BLOCKS
 from kvoffload_patch.tier.uses import UseCounts
 
 NO_KEY = object()  # in the place of the key of a slot that has none
@@ -125,7 +126,7 @@ class TierState:
 
     def num_readable(self, keys: Keys) -> int:
         """How many of these keys, from the first on, `lookup` finds."""
-        slots = self._find(keys)
+        slots: list[Any] = list(map(self._slot_of.get, keys))
         if None in slots:
             del slots[slots.index(None) :]
         if self._stores.under_way:
@@ -209,11 +210,42 @@ class TierState:
         done = self._stores.done
         if done == self._stores.last and not self._waiting:
             done += 1  # what waited for the next plan is not stored any more
-        tell_ended(self._ended, done, self._loads.done, self._find, self._prefixes)
+        tell_ended(self._ended, done, self._loads.done, self._find_pieces, self._prefixes)
 
-    def _find(self, keys: Keys) -> list[Any]:
-        """The slot of each key; None where it has none."""
-        return list(map(self._slot_of.get, keys))
+    def _find(self, keys: Keys) -> Sequence[Any]:
+        """The slot of each key; None where it has none. A range, if all are in neighbours."""
+        pieces = self._find_pieces(keys)
+        return pieces[0] if len(pieces) == 1 else list(chain.from_iterable(pieces))
+
+    def _find_pieces(self, keys: Keys) -> list[Sequence[Any]]:
+        """As `_find`: a range for each piece whose keys are in neighbours, and a list of the rest.
+
+        Keys that follow each other mostly are: one look at a dict finds them all.
+        """
+        pieces: list[Sequence[Any]] = []
+        keys, done = list(keys), 0
+        while done < len(keys):
+            slot: Any = self._slot_of.get(keys[done])
+            same = 0 if slot is None else self._same(keys, done, slot)
+            if same < NEIGHBOUR_BLOCKS:
+                pieces.append(list(map(self._slot_of.get, keys[done:])))
+                break
+            pieces.append(range(slot, slot + same))
+            done += same
+        return pieces
+
+    def _same(self, keys: list[Hashable], begin: int, slot: int) -> int:
+        """How many keys from one on are in neighbouring slots from this one on.
+
+        They are compared in parts that grow, so that a short piece costs no look at all the rest.
+        """
+        same, part = 0, NEIGHBOUR_BLOCKS
+        while asked := keys[begin + same : begin + same + part]:
+            held = self._key_of[slot + same : slot + same + len(asked)]
+            if held != asked:
+                return same + next(compress(count(), map(ne, held, asked)), len(held))
+            same, part = same + len(asked), 4 * part
+        return same
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
         """Slots to be written, so many or as many as there can be, after evicting for them."""

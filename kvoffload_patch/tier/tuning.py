@@ -48,6 +48,13 @@ MODEL_LEAD_PARTS = 200
 # a crowd of 12: 45 to 100 times; 16 tokens of Llama-3.1-8B alone take it 0.46 ms, and their 2 MiB
 # the bus 0.04 (docs/policies.md, "Which to choose"; docs/performance.md, S2).
 RECOMPUTE_TIMES = 16
+# Keys are found by the neighbours of the first one's slot as long as each look finds so many at
+# least: it takes as long as that many looks at a large dict (0.14 µs each in
+# `scripts/bench step --only d`, of tables that are in no cache). So many are compared at first, and
+# four times as many after each part that is the same. What leaves is taken as runs of neighbours as
+# long as these have about so many slots each. Beside 2, 32 and 512: docs/mechanisms.md, "What a
+# lookup costs".
+NEIGHBOUR_BLOCKS = 8
 # S3-FIFO counts so many uses of a block, for each of which it goes round the main queue once more.
 # As its authors have it (Yang and others, 2023).
 USED_TIMES = 3

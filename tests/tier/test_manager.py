@@ -842,7 +842,7 @@ def test_a_discarded_key_is_gone_and_its_slot_is_free() -> None:
 
 
 @pytest.mark.parametrize("lost", [None, "d", "l"])
-def test_keys_of_a_load_are_found_but_for_those_that_left(lost: str | None) -> None:
+def test_keys_in_neighbouring_slots_are_found_but_for_those_that_left(lost: str | None) -> None:
     tier = OffloadManager(20, LRUPolicy)
     keys: list[Any] = [*"abcdefghijkl"]
     store(tier, keys)
@@ -965,3 +965,32 @@ def test_what_was_used_least_recently_leaves_first_after_a_change_as_before(chan
         tier.resize(5)
     left = readable(tier, "cbafed")
     assert evict_in_order(tier, left) == left
+
+
+class Compared:
+    """A key that counts how often one is compared."""
+
+    times = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return isinstance(other, Compared) and other.number == self.number
+
+
+def test_a_prefix_in_short_runs_of_slots_is_found_in_a_look_at_each_block() -> None:
+    """Prompts that are computed side by side have their blocks in turns."""
+    prompts = [[Compared(1000 * one + n) for n in range(640)] for one in range(4)]
+    tier = OffloadManager(4 * 640, LRUPolicy)
+    for at in range(0, 640, 16):
+        store(tier, [key for keys in prompts for key in keys[at : at + 16]])
+    asked = [Compared(2000 + n) for n in range(640)]
+    Compared.times = 0
+    pieces = tier._find_pieces(asked)
+    assert [slot for piece in pieces for slot in piece] == [tier._slot_of[key] for key in asked]
+    assert len(pieces) == 40 and Compared.times < 4 * 640

@@ -12,7 +12,7 @@ from tier.tier_machine import TierMachine
 from tier.tier_traffic import Traffic
 
 from kvoffload_patch.config import STORES
-from kvoffload_patch.tier import queues
+from kvoffload_patch.tier import queues, state
 from kvoffload_patch.tier.policies import POLICIES
 
 KINDS = list(product(POLICIES, STORES))
@@ -20,7 +20,11 @@ KINDS = list(product(POLICIES, STORES))
 
 @pytest.fixture(autouse=True)
 def no_run_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is long enough to fill a plan of many steps."""
+    """Prompts are short here, and their keys are to be found by their neighbours all the same.
+
+    Nor is a run long enough to fill a plan of many steps.
+    """
+    monkeypatch.setattr(state, "NEIGHBOUR_BLOCKS", 1)
     monkeypatch.setattr(queues, "TOGETHER_BLOCKS", 3)
     monkeypatch.setattr(queues, "TOGETHER_STEPS", 3)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
+from itertools import chain, takewhile
 from typing import Any, cast
 
 import pytest
@@ -13,6 +15,7 @@ from tier.long_tail import head_first, store
 from tier.prefix_machine import PrefixMachine, busy
 from tier.steps import steps_of
 
+from kvoffload_patch.tier import prefixes
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
 from kvoffload_patch.tier.policies.arc import ArcPolicy
@@ -71,7 +74,7 @@ def order_of(slots: int, busy: Collection[int] = ()) -> PrefixOrder:
 
 def test_what_is_due_leaves_from_its_tail_and_comes_back_if_it_is_used() -> None:
     order = order_of(6)
-    order.ended([0, 1, 2], together=False)
+    order.ended([[0, 1, 2]], together=False)
     assert list(order.evict(1)) == [2], "0 is the oldest, and 2 rests on it"
     order.hit([1, 0])
     assert list(order.evict(3)) == [3, 4, 5]
@@ -81,7 +84,7 @@ def test_what_is_due_leaves_from_its_tail_and_comes_back_if_it_is_used() -> None
 def test_where_prefixes_part_all_branches_leave_first() -> None:
     order = order_of(6)
     for branch in ([0, 1], [0, 2], [0, 3, 4]):
-        order.ended(branch, together=False)
+        order.ended([branch], together=False)
     order.policy.hit([1])  # as if only this were used
     chosen = list(order.evict(5))
     assert set(chosen) == {0, 1, 2, 3, 4} and chosen[-1] == 0
@@ -91,7 +94,7 @@ def test_where_prefixes_part_all_branches_leave_first() -> None:
 def test_what_is_pinned_holds_what_it_rests_on_and_nothing_else() -> None:
     busy = {2}
     order = order_of(5, busy)
-    order.ended([0, 1, 2], together=False)
+    order.ended([[0, 1, 2]], together=False)
     assert list(order.evict(9)) == [3, 4]
     busy.clear()
     order.insert([2])
@@ -101,7 +104,7 @@ def test_what_is_pinned_holds_what_it_rests_on_and_nothing_else() -> None:
 def test_what_is_forgotten_while_it_is_written_is_no_tail() -> None:
     busy = {1}
     order = order_of(2, busy)
-    order.ended([0, 1], together=False)
+    order.ended([[0, 1]], together=False)
     order.forget([1])
     busy.clear()  # it belongs to nobody
     assert list(order.evict(2)) == [0]
@@ -109,17 +112,17 @@ def test_what_is_forgotten_while_it_is_written_is_no_tail() -> None:
 
 def test_what_rests_on_a_block_that_was_forgotten_rests_on_nothing() -> None:
     order = order_of(3)
-    order.ended([0, 1, 2], together=False)
+    order.ended([[0, 1, 2]], together=False)
     order.remove([1])
     order.insert([1])  # another key
-    order.ended([1], together=False)
+    order.ended([[1]], together=False)
     assert list(order.evict(1)) == [0]
 
 
 def test_prefixes_that_say_the_contrary_of_each_other_come_to_an_end() -> None:
     order = order_of(4)
     for prefix in ([0, 1, 2], [2, 1, 0], [1, 2], [0, 2, 1]):
-        order.ended(prefix, together=False)
+        order.ended([prefix], together=False)
     assert sorted(order.evict(4)) == [0, 1, 2, 3]
 
 
@@ -135,7 +138,7 @@ def test_what_its_head_is_missing_for_leaves_next_in_the_order_of_prefixes() -> 
 
 def test_another_policy_is_given_all_that_can_leave() -> None:
     order = order_of(4)
-    order.ended([0, 1, 2, 3], together=False)
+    order.ended([[0, 1, 2, 3]], together=False)
     order.evict(1)
     assert sorted(in_order := order.take_all()) == [0, 1, 2]
     order.policy = LRUPolicy(order._key_of)
@@ -148,9 +151,9 @@ def test_slots_that_become_usable_later_have_their_place_in_prefixes() -> None:
     cast("list[str]", order._key_of).extend(["more"] * 3)
     order.grow()
     order.insert([1, 2, 3])
-    order.ended(range(4), together=False)
+    order.ended([range(4)], together=False)
     assert [*order.evict(1), *order.evict(1), *order.evict(1)] == [3, 2, 1]
-    assert len(order._before) == len(order._behind) == 4
+    assert len(order._before) == len(order._behind) == len(order._numbers) == 4
 
 
 def test_the_policy_is_told_what_is_missing() -> None:
@@ -165,8 +168,8 @@ def test_the_policy_is_told_what_is_missing() -> None:
 
 def test_what_was_due_before_all_was_taken_is_not_what_leaves_next() -> None:
     order = order_of(6)
-    order.ended([0, 1, 2], together=False)
-    order.ended([3, 4], together=False)
+    order.ended([[0, 1, 2]], together=False)
+    order.ended([[3, 4]], together=False)
     assert list(order.evict(1)) == [2]
     assert sorted(order.take_all()) == [0, 1, 3, 4, 5]
     order.policy = LRUPolicy(order._key_of)
@@ -176,8 +179,8 @@ def test_what_was_due_before_all_was_taken_is_not_what_leaves_next() -> None:
 
 def test_what_was_due_and_is_used_again_is_not_what_leaves_next() -> None:
     order = order_of(6)
-    order.ended([0, 1, 2], together=False)
-    order.ended([3, 4], together=False)
+    order.ended([[0, 1, 2]], together=False)
+    order.ended([[3, 4]], together=False)
     assert list(order.evict(1)) == [2]
     order.hit([1, 0])
     assert list(order.evict(1)) == [4]
@@ -195,7 +198,7 @@ def test_what_is_left_of_fewer_slots_rests_on_nothing_that_is_gone(
 ) -> None:
     order = order_of(6)
     for prefix in prefixes:
-        order.ended(prefix, together=False)
+        order.ended([[slot] for slot in prefix], together=False)
     assert sorted(order.take_all()) == [0, 1, 2, 3, 4, 5]
     key_of = cast("list[str]", order._key_of)
     del key_of[3:]
@@ -217,14 +220,14 @@ def test_neighbours_among_fewer_slots_rest_on_each_other() -> None:
     order.policy = LRUPolicy(key_of)
     order.shrink(3)
     order.insert([0, 1, 2])
-    order.ended(range(3), together=False)
+    order.ended([range(3)], together=False)
     assert [*order.evict(1), *order.evict(1), *order.evict(1)] == [2, 1, 0]
 
 
 @pytest.mark.parametrize(("head", "tail"), [(3, 1), (5, 1), (1, 3), (1, 4), (4, 5)])
 def test_slots_that_are_given_up_and_come_again_are_linked_again(head: int, tail: int) -> None:
     order = order_of(6)
-    order.ended([head, tail], together=False)
+    order.ended([[head], [tail]], together=False)
     order.take_all()
     key_of = cast("list[str]", order._key_of)
     del key_of[3:]
@@ -233,36 +236,36 @@ def test_slots_that_are_given_up_and_come_again_are_linked_again(head: int, tail
     key_of += ["more"] * 3
     order.grow()
     order.insert([head, tail])
-    order.ended([head, tail], together=False)
+    order.ended([[head], [tail]], together=False)
     assert list(order.evict(1)) == [tail]
 
 
 def test_what_is_due_stays_with_a_request_that_used_it_and_ends() -> None:
     order = order_of(6)
-    order.ended([0, 1, 2], together=False)
+    order.ended([[0, 1, 2]], together=False)
     assert list(order.evict(1)) == [2]
-    order.ended([0, 1], together=True)
+    order.ended([[0, 1]], together=True)
     assert list(order.evict(3)) == [3, 4, 5]
 
 
 def test_what_has_ended_is_told_to_the_policy_together_its_head_last() -> None:
     order = order_of(5)
-    order.ended([0, 1, 3, 2], together=True)
+    order.ended([range(2), [3, 2]], together=True)
     assert order.take_all() == [4, 2, 3, 1, 0]
 
 
-def test_a_prefix_that_is_used_again_keeps_what_parts_from_it() -> None:
+def test_a_run_that_is_used_again_keeps_what_parts_from_it() -> None:
     order = order_of(8)
-    for prefix in ([0, 1, 2, 3], [0, 1, 5, 6], [0, 1, 2, 3], [0, 1, 2, 3, 4]):
-        order.ended(prefix, together=False)
+    for pieces in ([range(4)], [range(2), range(5, 7)], [range(4)], [range(5)]):
+        order.ended(pieces, together=False)
     order.policy.hit([5, 6])  # as if only these were used
     assert {*order.evict(7)} == {0, 1, 2, 3, 4, 5, 6}
 
 
-def test_new_blocks_keep_what_rests_on_the_first_of_their_prefix() -> None:
+def test_a_run_of_new_blocks_keeps_what_rests_on_its_first() -> None:
     order = order_of(8)
-    for prefix in ([0, 5], [0, 1, 2, 3]):
-        order.ended(prefix, together=False)
+    for pieces in ([[0], [5]], [range(4)]):
+        order.ended(pieces, together=False)
     order.policy.hit([5])  # as if only this were used
     assert {*order.evict(5)} == {0, 1, 2, 3, 5}
 
@@ -270,7 +273,7 @@ def test_new_blocks_keep_what_rests_on_the_first_of_their_prefix() -> None:
 def test_a_prefix_that_begins_within_another_one_leaves_the_last_slot_what_it_has() -> None:
     order = order_of(4)
     for prefix in ([2, 0], [3, 1], [0]):
-        order.ended(prefix, together=False)
+        order.ended([prefix], together=False)
     order.hit([0, 1, 2])
     assert list(order.evict(1)) == [1], "3 is the oldest"
 
@@ -278,7 +281,7 @@ def test_a_prefix_that_begins_within_another_one_leaves_the_last_slot_what_it_ha
 @pytest.mark.parametrize("prefix", [range(20), range(0, 40, 2)])
 def test_what_left_as_a_whole_rests_on_nothing_when_its_slots_hold_others(prefix: range) -> None:
     order = order_of(40)
-    order.ended(prefix, together=True)
+    order.ended([prefix if prefix.step == 1 else [*prefix]], together=True)
     order.hit([slot for slot in range(40) if slot not in prefix])
     assert sorted(order.evict(20)) == [*prefix]
     order.hit([slot for slot in range(40) if slot not in prefix])
@@ -325,10 +328,95 @@ def lines_a_block(name: str, slots: int) -> float:
     return lines / 2000
 
 
+@pytest.mark.parametrize("sizes", [[], [1], [40], [8, 9, 30], [1, 100], [100, 1], [3, 1, 90, 2]])
+def test_slots_are_told_as_runs_of_neighbours(sizes: list[int]) -> None:
+    runs, begin = [], 5
+    for size in sizes:
+        runs.append(range(begin, begin + size))
+        begin += size + 3
+    assert prefixes.runs_of(list(chain.from_iterable(runs))) == runs
+
+
+def test_many_short_runs_are_told_as_none() -> None:
+    assert prefixes.runs_of(range(0, 64, 2)) == []
+    assert prefixes.runs_of([0, 1, 3, 4, 6, 7, 9, 10, *range(20, 36)]) == []
+
+
+class Asked:
+    """Requests of long prompts that share beginnings, over slots in pieces of many sizes.
+
+    Args:
+        in_runs: whether the order is told of pieces that are neighbours.
+    """
+
+    def __init__(self, in_runs: bool) -> None:
+        key_of = [f"key {slot}" for slot in range(400)]
+        self.order = PrefixOrder(LRUPolicy(key_of), key_of, lambda slot: True, lambda slots: 0)
+        self.in_runs = in_runs
+        self.free = list(range(400))
+        self.prompts: list[list[int]] = []
+
+    def ask(self, rng: random.Random) -> list[int]:
+        """One request computes some blocks behind a prefix; returns what leaves for them."""
+        shared: list[int] = []
+        if self.prompts and rng.random() < 0.5:
+            shared = rng.choice(self.prompts)
+            shared = shared[: rng.randrange(1, len(shared) + 1)]
+        self.order.hit(shared[::-1])
+        count, evicted = rng.choice([1, 3, 20, 70, 90]), list[int]()
+        if count > len(self.free):
+            evicted = list(self.order.evict(count - len(self.free)))
+            self.free += evicted
+        gone = set(evicted)
+        whole = [[slot for slot in prompt if slot not in gone] for prompt in self.prompts]
+        self.prompts = [prompt for prompt in whole if prompt]
+        new = sorted(self.free[-count:])
+        del self.free[-count:]
+        self.order.insert(new[::-1])
+        kept = list(takewhile(lambda slot: slot not in gone, shared))
+        self.end([*kept, *new])
+        return evicted
+
+    def end(self, prompt: list[int]) -> None:
+        """A request has ended."""
+        self.prompts.append(prompt)
+        pieces: list[Sequence[int]] = [[slot] for slot in prompt]
+        if self.in_runs:
+            pieces = []
+            for slot in prompt:
+                last = pieces[-1] if pieces else range(0)
+                if last and last[-1] + 1 == slot:
+                    pieces[-1] = range(last[0], slot + 1)
+                else:
+                    pieces.append(range(slot, slot + 1))
+        self.order.ended(pieces, together=len(prompt) % 2 == 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_runs_of_neighbours_leave_as_the_same_blocks_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, plain = Asked(in_runs=True), Asked(in_runs=False)
+    one, other = random.Random(seed), random.Random(seed)
+    found: list[list[int]] = [[], []]
+    for _ in range(150):
+        found[0] += sorted(quick.ask(one))
+        with monkeypatch.context() as patch:
+            patch.setattr(prefixes, "runs_of", lambda slots: [])
+            found[1] += sorted(plain.ask(other))
+    assert found[0] == found[1] and found[0]
+    heads = [[o.order._before[t] for t in range(400)] for o in (quick, plain)]
+    valid = [
+        [h if h >= 0 and h not in o.free and t not in o.free else None for t, h in enumerate(hs)]
+        for o, hs in zip((quick, plain), heads)
+    ]
+    assert valid[0] == valid[1] and any(valid[0])
+
+
 def test_a_block_that_rests_on_itself_ends_the_search_for_a_tail() -> None:
     """Such an order is a fault of those who tell it, by which a step must not hang."""
     order = order_of(4)
-    order.ended([1, 2, 1], together=False)
+    order.ended([[1, 2, 1]], together=False)
     assert order.evict(1) == [0]
     with pytest.raises(RuntimeError, match="the block in slot . rests on itself"):
         order.evict(1)
