@@ -47,8 +47,7 @@ class LookupResult:
         spared: tokens that the tier has behind these, and that are computed (`LoadChoice`).
         positions: of the stand-ins, where vLLM has one KV cache group and all are alike.
         only_given: whether vLLM may find less unless it is given `search`, for a step: it leaves
-            out the block behind a hit for a drafting model, or has more of the prefix in some
-            groups.
+            out a block for a drafting model, or has more of the prefix in some groups.
     """
 
     __slots__ = (
