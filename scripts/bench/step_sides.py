@@ -129,6 +129,7 @@ class TierSim(Sim):
     """
 
     settings: ClassVar[dict[str, str]] = {}
+    computes_take_time = False  # where none is taken, every load looks slower than computing
     ranks: Any = Ranks()
     now: Callable[[], float] = time.monotonic
 
@@ -143,6 +144,8 @@ class TierSim(Sim):
 
         # As the process is told, so that policies can be compared.
         settings = replace(Settings.from_env(), log_interval=1e9)
+        if not self.computes_take_time:
+            settings = replace(settings, recompute="never")
         settings = replace(settings, **self.settings)  # type: ignore[arg-type]
         hooks = step_hooks(self.scheduler)
         self.manager = OffloadManager(

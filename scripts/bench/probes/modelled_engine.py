@@ -133,7 +133,7 @@ class Tiered(TierSim):
         by_layer: whether a step can wait for a load layer by layer.
     """
 
-    asynchronous = True
+    asynchronous = computes_take_time = True
 
     def __init__(self, clock: Clock, by_layer: bool) -> None:
         self.now = clock

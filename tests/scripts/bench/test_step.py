@@ -37,6 +37,14 @@ def test_a_prompt_that_left_the_gpu_is_loaded_by_all_that_do_anything(side: str)
     assert (sim.stored >= 40, sim.loaded >= 18, sim.found >= 18) == (works, works, works)
 
 
+def test_what_the_tier_has_is_loaded_though_computing_takes_no_time() -> None:
+    sim = SIDES["whole"](slots=4, blocks=24)
+    for seed in (1, 2, 1):
+        sim.breaker.tier.pace.ms_per_token = 1e-9
+        answer(sim, seed, tokens=20 * 16 + 1)
+    assert sim.loaded >= 18
+
+
 def test_hooks_that_do_nothing_are_set_and_no_plan_is_made() -> None:
     sim = SIDES["hooks"](slots=4, blocks=24)
     assert {"schedule", "update_from_output"} <= vars(sim.scheduler).keys()
