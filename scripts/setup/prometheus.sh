@@ -12,8 +12,8 @@ get_prometheus() {
     touch "$tried"
     folder=$(mktemp -d)
     if (
-        cd "$folder"
-        apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20 download prometheus &&
+        cd "$folder" &&
+            apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20 download prometheus &&
             dpkg-deb -x prometheus_*.deb . && install -m 755 usr/bin/prometheus "$VENV/bin/"
     ) >/dev/null 2>&1; then
         echo "Prometheus: from the distribution's package, in $VENV/bin"
